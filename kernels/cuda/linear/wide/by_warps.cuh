@@ -12,6 +12,7 @@
 #include "common/mma.cuh"
 #include "common/named_barrier.cuh"
 #include "linear/wide/codes.cuh"
+#include "linear/wide/output.cuh"
 #include "linear/wide/pieces.cuh"
 #include "linear/wide/weight.cuh"
 
@@ -19,12 +20,13 @@ namespace unsloth {
 
 constexpr uint32_t kTurnsOfWarps = 4, kWarpsOfTurn = 4;
 
-// In shared memory, of warps of each turn what they have for those of each other one.
+// In shared memory: the sums that each turn's warps have of the parts of the tile that other turns'
+// warps store.
 template <int kRows>
 struct OfTurns {
   float4 of[kTurnsOfWarps][kTurnsOfWarps - 1][kRows / 16][kWarpsOfTurn * 32];
 
-  // Of the part of turn `of_turn` what the thread has whose turn is `by`.
+  // Four sums that a thread of turn `by` has of the part that turn `of_turn` stores.
   __device__ __forceinline__ float4 &at(uint32_t of_turn, uint32_t by, uint32_t i) {
     const uint32_t other = (by + kTurnsOfWarps - of_turn) % kTurnsOfWarps - 1;
     return of[of_turn][other][i][threadIdx.x % (kWarpsOfTurn * 32)];
@@ -51,13 +53,13 @@ class ByWarps {
   __device__ __forceinline__ uint32_t sixteen() const { return warp_ * 2 + turn_ % 2; }
   __device__ __forceinline__ uint32_t half() const { return turn_ / 2; }
 
-  // Adds the products of a piece's steps of this turn, and leaves both rings behind the piece.
-  template <class RingOfX, class RingOfWeight>
-  __device__ __forceinline__ void multiply(const Piece &piece, RingOfX &x, RingOfWeight &weight,
-                                           int32_t (&sums)[kSums]) {
+  // Makes the sums of products of those of a piece's steps whose turn is this warp's, and leaves
+  // both rings behind the piece.
+  __device__ __forceinline__ void multiply(const Piece &piece, Ring<Shared::kX> &x,
+                                           Ring<Shared::kWeight> &weight, int32_t (&sums)[kSums]) {
     for (int32_t &sum : sums) sum = 0;
-    RingOfX at_x = x;
-    RingOfWeight at_weight = weight;
+    Ring<Shared::kX> at_x = x;
+    Ring<Shared::kWeight> at_weight = weight;
     advance(at_x, turn_), advance(at_weight, turn_);
     uint32_t step = piece.begin + turn_;
     OfSixteens next[kHalves];
@@ -85,8 +87,8 @@ class ByWarps {
     advance(x, piece.end - piece.begin), advance(weight, piece.end - piece.begin);
   }
 
-  // Gives each warp what all turns have of its part. `kBarrier`: of all `kThreads` threads that
-  // multiply.
+  // Adds up what all turns have of the part of the tile that this warp stores. `kBarrier`: of all
+  // `kThreads` threads that multiply.
   template <int kBarrier, int kThreads>
   __device__ __forceinline__ void part(const int32_t (&sums)[kSums], int32_t (&mine)[kMine]) const {
     constexpr uint32_t kFours = kMine / 4;
@@ -101,9 +103,7 @@ class ByWarps {
       } else {
 #pragma unroll
         for (uint32_t i = 0; i < kFours; i++) {
-          const int32_t *four = of_turn + 4 * i;
-          shared_.of_turns.at(turn, turn_, i) = {__int_as_float(four[0]), __int_as_float(four[1]),
-                                                 __int_as_float(four[2]), __int_as_float(four[3])};
+          shared_.of_turns.at(turn, turn_, i) = as_float4(of_turn + 4 * i);
         }
       }
     }
@@ -112,10 +112,7 @@ class ByWarps {
     for (uint32_t other = 1; other < kTurnsOfWarps; other++) {
 #pragma unroll
       for (uint32_t i = 0; i < kFours; i++) {
-        const float4 four = shared_.of_turns.at(turn_, (turn_ + other) % kTurnsOfWarps, i);
-        int32_t *to = mine + 4 * i;
-        to[0] += __float_as_int(four.x), to[1] += __float_as_int(four.y);
-        to[2] += __float_as_int(four.z), to[3] += __float_as_int(four.w);
+        add_four(shared_.of_turns.at(turn_, (turn_ + other) % kTurnsOfWarps, i), mine + 4 * i);
       }
     }
   }
@@ -139,8 +136,7 @@ class ByWarps {
   }
 
   // Loads what the lane has of a stage, which is read then.
-  template <class RingOfWeight>
-  __device__ __forceinline__ void load_words(const RingOfWeight &at,
+  __device__ __forceinline__ void load_words(const Ring<Shared::kWeight> &at,
                                              OfSixteens (&words)[kHalves]) const {
     shared_.weight_full[at.stage].wait(at.parity);
 #pragma unroll

@@ -45,8 +45,8 @@ __device__ __forceinline__ bool is_stored(const LinearWideArguments &p, const Pi
   return p.parts != 1 || piece.begin == 0;
 }
 
-// A whole warp has each of these parts. One warp for all took 450 ns for the requests of a step,
-// which few rows by codes are multiplied in half of.
+// A whole warp has each of these parts. A warp that did all of it took 450 ns to ask for a step,
+// longer than few rows by codes take to be multiplied (LADDER.md).
 template <class Weight, class T, int kRows>
 class Copies {
  public:
@@ -80,9 +80,10 @@ class Copies {
     }
   }
 
-  // Asks for what belongs to rows of a tile that is stored. Of one that is handed over this warp
-  // tells the other block so once all that multiply have left their sums, while they go on.
-  __device__ __forceinline__ void go_along() {
+  // For a tile that this block stores, asks for the scales and sums of its rows of x. For one that
+  // it hands over, waits until all that multiply have left their sums, and tells the other block,
+  // while they go on.
+  __device__ __forceinline__ void ask_for_scales_or_tell() {
     uint32_t of_rows = 0;
     Pieces pieces(p_);
     Piece piece;

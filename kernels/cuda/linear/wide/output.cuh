@@ -24,6 +24,17 @@ __device__ __forceinline__ Sum float_as_bits(float bits) {
   }
 }
 
+// Four sums as they are moved, and their addition to others.
+template <class Sum>
+__device__ __forceinline__ float4 as_float4(const Sum *of) {
+  return {bits_as_float(of[0]), bits_as_float(of[1]), bits_as_float(of[2]), bits_as_float(of[3])};
+}
+template <class Sum>
+__device__ __forceinline__ void add_four(const float4 &four, Sum *to) {
+  to[0] += float_as_bits<Sum>(four.x), to[1] += float_as_bits<Sum>(four.y);
+  to[2] += float_as_bits<Sum>(four.z), to[3] += float_as_bits<Sum>(four.w);
+}
+
 // What belongs to a tile's rows of x, where these are codes: scales, and sums of the codes.
 template <int kRows>
 struct OfRows {

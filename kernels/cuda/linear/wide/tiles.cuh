@@ -87,7 +87,7 @@ class Tiles {
           copies.ask_for_x();
           break;
         case 2:
-          copies.go_along();
+          copies.ask_for_scales_or_tell();
           break;
       }
       // As consumers do, who add.
@@ -238,7 +238,8 @@ class Tiles {
     return x.stage == 0 ? Shared::kX - 1 : x.stage - 1;
   }
 
-  // What the thread stores or gives to other blocks: by warps, once it has the other turns' sums.
+  // The sums that the thread stores or gives to other blocks: all, or by warps its part of the
+  // tile, once other warps have given it theirs.
   __device__ __forceinline__ Sum (&own_part(Sum (&sums)[kSums], Sum (&own)[kMine])) [kMine] {
     if constexpr (kByWarps) {
       by_warps_.template part<kConsumersBarrier, kConsumers>(sums, own);
@@ -262,15 +263,6 @@ class Tiles {
 
   // The block's of a row, where blocks of a cluster have one.
   __device__ __forceinline__ uint32_t part() const { return blockIdx.x % p_.parts; }
-
-  // Four sums as they are moved, and their addition to others.
-  static __device__ __forceinline__ float4 as_float4(const Sum *of) {
-    return {bits_as_float(of[0]), bits_as_float(of[1]), bits_as_float(of[2]), bits_as_float(of[3])};
-  }
-  static __device__ __forceinline__ void add_four(const float4 &four, Sum *to) {
-    to[0] += float_as_bits<Sum>(four.x), to[1] += float_as_bits<Sum>(four.y);
-    to[2] += float_as_bits<Sum>(four.z), to[3] += float_as_bits<Sum>(four.w);
-  }
 
   // Leaves what the block has of a tile in the workspace, for the block that has begun the tile.
   __device__ __forceinline__ void hand_over(const Pieces &pieces, const Sum (&mine)[kMine]) {
@@ -358,7 +350,7 @@ class Tiles {
     cluster_sync();
   }
 
-  // Stores a warp's sums of some eights of rows, an even number. All are stored by the same
+  // Stores a warp's sums of some eights of rows, an even number or one. All are stored by the same
   // instructions: a block comes here once, and these are in no cache yet.
   __device__ __forceinline__ void leave(const Sum (&sums)[kMine], uint32_t begin, uint32_t end,
                                         uint32_t first_row, uint32_t column) const {
@@ -369,15 +361,17 @@ class Tiles {
       if (begin == end) return;
       output_.put_eight(sums, 0);
       output_.store_rows(8, first_row, column);
-      return;
-    }
+    } else {
 #pragma unroll 1
-    for (uint32_t eight = begin; eight < end; eight += 2) {
+      for (uint32_t eight = begin; eight < end; eight += 2) {
 #pragma unroll
-      for (uint32_t i = 0; i + 2 <= kOwnEights; i += 2) {
-        if (i == eight) output_.put_eight(sums + 4 * i, 0), output_.put_eight(sums + 4 * i + 4, 8);
+        for (uint32_t i = 0; i < kOwnEights; i += 2) {
+          if (i == eight) {
+            output_.put_eight(sums + 4 * i, 0), output_.put_eight(sums + 4 * i + 4, 8);
+          }
+        }
+        output_.store_rows(16, first_row + 8 * eight, column);
       }
-      output_.store_rows(16, first_row + 8 * eight, column);
     }
   }
 
@@ -397,7 +391,7 @@ class Tiles {
       }
       Sum some[16];
 #pragma unroll
-      for (uint32_t i = 0; i + 4 <= kOwnEights; i += 4) {
+      for (uint32_t i = 0; i < kOwnEights; i += 4) {
         // The compiler must know which registers.
         if (i != eight) continue;
 #pragma unroll

@@ -1,4 +1,4 @@
-// What a lane has of a weight as the left-hand side of wgmma.
+// What a lane has of a weight as the left-hand side of wgmma, and how many threads multiply.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +24,8 @@ __device__ __forceinline__ uint32_t four_of_sixteen(const uint8_t *at) {
 constexpr int kPair = 256;
 // Rows of x up to which blocks of a cluster give each other all their sums.
 constexpr int kFewRows = 64;
-// Whether warps multiply by themselves (`mma`): fewer rows of x than those of `wgmma`, by codes so
-// short that what is around products takes longer than they do (by_warps.cuh).
+// Whether each warp multiplies by itself (`mma`): tiles of 16 rows of x, of which `wgmma` would
+// multiply 32 (by_warps.cuh).
 template <class Weight, int kRows>
 constexpr bool kByWarps = Weight::kOfCodes && kRows == 16;
 // Threads of a block that multiply.

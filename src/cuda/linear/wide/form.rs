@@ -237,7 +237,8 @@ impl Sizes {
             parted.into_iter().chain([self.shared(whole)])
         });
         let fits = |form: &Form| match form.shares {
-            // Blocks of few rows leave no room for the kernel that rounds the next rows: more of them come too late.
+            // A block of 16 rows has most of a multiprocessor's registers. With more tiles of rows there would be such
+            // a block on each, and the kernel that rounds the next call's rows could not start beside them.
             _ if form.rows < 32 && self.rows > form.rows => false,
             0 if form.parts == 1 => true,
             0 => {

@@ -228,7 +228,7 @@ impl<'a> Tiles<'a> {
                 counts,
             )
         };
-        // Rows of codes are whole spans, of which a box may have some.
+        // A row of codes has whole spans of 128 bytes (`codes::step`), and a box may have two of them.
         let span = COLUMNS as usize;
         let (of_x, between) = match self.sizes.of.is_of_codes() {
             true => ([span, rows, x.stride / span], [x.stride, span]),
